@@ -372,3 +372,10 @@ def test_functions_of_tvm_ffi(device, tmp_path):
                        .replace("TESTS", repr(str(Path(__file__).parent))))
     done = run_program(program)
     assert done.stdout.split() == ["True", "1", "VirtualGpuError", "True"], done.stderr
+
+
+def test_ashift_is_refused_not_ignored():
+    """.ashift changes which rows of A are multiplied; it must not run as if it were absent."""
+    body = "tcgen05.mma.cta_group::1.kind::f16.ashift.collector::a::discard [%r0], [%r1], %a0, %r2, %p0;"
+    with pytest.raises(VirtualGpuError, match=r"ashift .* is not modelled"):
+        run(body, words(32))

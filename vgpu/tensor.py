@@ -476,7 +476,8 @@ def decode_mma(i: Instr) -> Action:
     scaled = m.take("block_scale") is not None
     qualifier = m.take("scale_vec::1X", "scale_vec::2X", "scale_vec::4X", "block16", "block32")
     m.rest = [x for x in m.rest if not x.startswith("collector::")]
-    m.drop("ashift")
+    if m.take("ashift"):
+        raise i.error("unsupported", ".ashift (rows of A in tensor memory shifted by one) is not modelled")
     m.done()
     if scaled != (kind in BLOCK_KINDS):
         raise i.error("unknown instruction", f".kind::{kind} {'with' if scaled else 'without'} .block_scale")
